@@ -9,6 +9,7 @@ import pytest
 from specpipe.build.pairing import PairContract, check_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import CheckpointError, PairingError
+from specpipe.runtimes.pair.pair import PairOptions
 from tests import toy_tokenizers
 from tests.toy_tokenizers import write_words
 
@@ -159,6 +160,11 @@ def test_unused_ids_inside_the_vocabulary_are_ranges(tmp_path: Path) -> None:
     contract = check_pair(tmp_path / "draft", tmp_path / "target")
     assert contract.num_used_token_ids == 247
     assert contract.unused_token_ids == ((4, 6), (100, 101), (250, 256))
+
+
+@pytest.mark.parametrize(("unused", "lowest"), [((), 0), (((4, 6),), 0), (((0, 3), (5, 256)), 3)])
+def test_the_lowest_used_id(unused: tuple[tuple[int, int], ...], lowest: int) -> None:
+    assert PairOptions(unused_token_ids=unused).used_token_id == lowest
 
 
 def test_special_on_one_side_only(tmp_path: Path) -> None:

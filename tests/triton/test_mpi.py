@@ -21,6 +21,8 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.triton.client import Client
 from specpipe.triton.server import processes
 from specpipe.triton.server.command import server_command, server_environment
@@ -267,11 +269,18 @@ def test_the_environment_of_a_launch_wins() -> None:
     }
 
 
+def write_pair_file(repository: Path) -> Path:
+    """All that the fake needs of a repository."""
+    folder = repository / "speculative" / "1"
+    folder.mkdir(parents=True)
+    (folder / "pair.json").write_text(PairFile("torch", PairOptions()).to_json())
+    return repository
+
+
 def test_ranks_start_in_the_repository_and_end_together(
     mpirun: Path, fake_triton: TritonBinary, tmp_path: Path, wait_until: Callable[..., bool]
 ) -> None:
-    repository = tmp_path / "model_repo"
-    repository.mkdir()
+    repository = write_pair_file(tmp_path / "model_repo")
     launch = Launch(
         world_size=2, rank_models=("draft", "target"), environment={"TRTLLM_ORCHESTRATOR": "0"}
     )
@@ -297,7 +306,8 @@ def test_kill_reaches_ranks_in_groups_of_their_own(
 ) -> None:
     ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
     launch = Launch(world_size=2, rank_models=("draft", "target"))
-    server = Server(tmp_path, ports, launch=launch, binary=fake_triton)
+    repository = write_pair_file(tmp_path / "model_repo")
+    server = Server(repository, ports, launch=launch, binary=fake_triton)
     server.start()
     pids = [rank["pid"] for rank in ranks_of(tmp_path, wait_until)]
     assert os.getpgid(pids[0]) != os.getpgid(pids[1])

@@ -111,21 +111,21 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
     at = f"{repo_id} at revision {show(revision)}" if revision else repo_id
     try:
         with phase(f"{role}: fetching {repo_id}"), count(None, "bytes") as fetched:
-            folder = snapshot_download(
+            snapshot = snapshot_download(
                 repo_id,
                 revision=revision,
                 allow_patterns=_SMALL_FILES + _LICENCES + (_WEIGHTS if weights else []),
                 ignore_patterns=_COPIES,
                 tqdm_class=_counting(fetched),
             )
-            if (Path(folder) / "chat_template.jinja").exists():  # others come beside it alone
-                folder = snapshot_download(
+            if (Path(snapshot) / "chat_template.jinja").exists():  # others come beside it alone
+                snapshot = snapshot_download(
                     repo_id,
-                    revision=Path(folder).name,
+                    revision=Path(snapshot).name,
                     allow_patterns=[f"{TEMPLATES_NAME}/*.jinja"],
                     tqdm_class=_counting(fetched),
                 )
-            return Path(folder)
+            return Path(snapshot)
     except errors.GatedRepoError as exc:
         raise CheckpointError(
             f"{role}: {repo_id} is gated; accept its terms on the hub, then `hf auth login`"

@@ -24,6 +24,7 @@ from specpipe.gateway.listening import bind, check_open, parse_listen, url_of
 from specpipe.gateway.settings import PROBE_KEY_VARIABLE, VARIABLE, GatewaySettings
 from specpipe.machine.callables import Log
 from specpipe.machine.web import asked
+from specpipe.runtimes.pair_file import read_pair
 from specpipe.triton.secret import VARIABLE as SECRET_VARIABLE
 
 _START_TIME_S = 120.0  # for the libraries, the tokenizer and one answer, on a busy machine
@@ -113,7 +114,8 @@ class GatewayChild:
 
     def _ask_model(self) -> None:
         """Sends one request for one token; raises ServerError where no answer comes."""
-        body = {"model": self._settings.names[0], "prompt": "Hello", "max_tokens": 1}
+        token_id = read_pair(self._settings.repository).options.used_token_id
+        body = {"model": self._settings.names[0], "prompt": [token_id], "max_tokens": 1}
         headers = {"Authorization": f"Bearer {self._probe_key}"}
         url = f"{self.url}/v1/completions"
         with asked(url, body, headers, server=self.url, timeout_s=_PROBE_TIME_S) as response:

@@ -28,6 +28,7 @@ from specpipe.gateway.settings import PROBE_KEY_VARIABLE, GatewaySettings
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.machine.callables import Log
 from specpipe.machine.signals import ending_signals
+from specpipe.runtimes.pair_file import read_pair
 
 _OVERTIME_S = 30.0  # beyond what the server gives an answer, since it says more than silence
 _EXIT_TIME_S = 2  # for connections that are left after the drain
@@ -94,7 +95,9 @@ async def standing(
 ) -> AsyncIterator[Standing]:
     """Yields a door that takes requests; what is under way at the end is cut off."""
     timeout_s = settings.request_timeout_s + _OVERTIME_S
-    pool = Pool([TritonUpstream(url, timeout_s=timeout_s) for url in settings.urls], log=log)
+    token_id = read_pair(settings.repository).options.used_token_id
+    upstreams = [TritonUpstream(u, timeout_s=timeout_s, probe_id=token_id) for u in settings.urls]
+    pool = Pool(upstreams, log=log)
     max_body_bytes = 4 * served.limits.max_messages_bytes
     has_log = settings.has_access_log
     door = Door(

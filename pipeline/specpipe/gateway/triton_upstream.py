@@ -31,7 +31,6 @@ from specpipe.triton.client.grpc_transport import last_cause
 from specpipe.triton.client.transport import plain
 from specpipe.triton.secret import Signer
 
-_PROBE_PROMPT = "Hello"
 _ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
 _PROBE_TIMEOUT_S = 30.0
 
@@ -65,15 +64,17 @@ class TritonUpstream:
         url: str,
         *,
         timeout_s: float = 630.0,
+        probe_id: int = 0,
         signer: Signer | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """timeout_s  what an answer may take in all; a little more than the server gives it
+        probe_id   a token that its model has
         signer     by which requests are cancelled at once; None: that of the environment
         """
         address = parse_url(url, ("grpc",))
         self.url = f"grpc://{address}"
-        self._timeout_s = timeout_s
+        self._timeout_s, self._probe_id = timeout_s, probe_id
         proxy = ("grpc.enable_http_proxy", 0 if is_here(address.host) else 1)
         self._channel = grpc.aio.insecure_channel(str(address), (*_CHANNEL_OPTIONS, proxy))
         stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -103,7 +104,7 @@ class TritonUpstream:
         A server that refuses it for its load alone is well.
         """
         inputs = {
-            "text_input": _PROBE_PROMPT,
+            "input_ids": [self._probe_id],
             "max_tokens": 1,
             "priority": -1,  # first in the queue
             "timeout_s": timeout_s,

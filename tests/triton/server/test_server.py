@@ -9,6 +9,7 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.triton.server import server
+from tests.toy_tokenizers import write_words
 
 
 def test_a_model_that_does_not_load_is_one_sentence_with_the_reason(
@@ -26,7 +27,17 @@ def test_a_model_that_does_not_load_is_one_sentence_with_the_reason(
 def test_a_first_request_that_fails_is_not_ready(echo_repository: Callable[..., Path]) -> None:
     folder = echo_repository(max_seq_len=1)
     with (
-        pytest.raises(ServerError, match="the first request failed: the prompt has 3 tokens"),
+        pytest.raises(ServerError, match="the first request failed: the prompt has 1 tokens"),
         server.running(folder),
     ):
         pass
+
+
+def test_a_server_is_ready_whatever_words_its_tokenizer_lacks(
+    echo_repository: Callable[..., Path],
+) -> None:
+    folder = echo_repository()
+    for tokenizer in folder.glob("*/1/tokenizer"):
+        write_words(tokenizer)
+    with server.running(folder) as running:
+        assert running.version.repository == folder

@@ -159,7 +159,7 @@ def test_what_fails_changes_nothing(served: Served, tmp_path: Path, wait_until: 
     silent = write_echo_repository(tmp_path / "silent", max_seq_len=1)
     for repository, reason in (
         (broken, "postprocessing_{}: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-        (silent, "the prompt has 3 tokens; prompt and output together may have 1 (engine."),
+        (silent, "the prompt has 1 tokens; prompt and output together may have 1 (engine."),
     ):
         with pytest.raises(ServerError) as caught:
             served.promote(repository)
@@ -236,7 +236,7 @@ def test_a_version_in_place_of_another_is_served_after_a_gap_or_the_old_one_agai
     assert (change["previous"], change["is_previous_loaded"]) == (before, False)
     number = served.last_number
     silent = write_echo_repository(tmp_path / "silent", max_seq_len=1)
-    with pytest.raises(ServerError, match=f"the prompt has 3 tokens.*; version {number} answers"):
+    with pytest.raises(ServerError, match=f"the prompt has 1 tokens.*; version {number} answers"):
         served.promote(silent, replace=True)
     assert served.served() == (number, None)
     assert served.model_processes() == models(number)

@@ -159,3 +159,8 @@ class PairOptions:
     """How the draft proposes all of its tokens in one pass; None: it gives them one by one."""
     runtime_settings: Mapping[str, Any] = field(default_factory=dict)
     """What only the pair's runtime knows of; JSON-able."""
+
+    @property
+    def used_token_id(self) -> int:
+        """The lowest id that is used: a prompt that every pair takes."""
+        return next((stop for start, stop in self.unused_token_ids if start == 0), 0)

@@ -43,7 +43,7 @@ def probe(server: Server, version: Version) -> None:
     served_models.write_ensemble(folder, version, name)
     try:
         _load(server, name)
-        server.probe(name)
+        server.probe(name, version)
     finally:
         with contextlib.suppress(ServerError):
             server.control.unload(name)

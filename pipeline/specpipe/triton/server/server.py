@@ -23,6 +23,7 @@ from specpipe.machine.prometheus import parse_samples, total
 from specpipe.machine.signals import deferred
 from specpipe.machine.web import asked, fetch, parse_url
 from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import ENSEMBLE
 from specpipe.triton import metrics
 from specpipe.triton.client import Client
@@ -43,7 +44,6 @@ from specpipe.triton.server.start_failure import StartWatch
 from specpipe.triton.server.triton_process import EXIT_TIME_S, TritonProcess
 from specpipe.triton.server.workspace import Workspace
 
-_PROBE_PROMPT = "Hello"
 _ADMIN_KEY = "SPECPIPE_ADMIN_KEY"
 _ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
 _DRAIN_INTERVAL_S = 0.5
@@ -140,14 +140,23 @@ class Server:
         self.kill()
         raise ServerError(f"{what}: {start_failure.words(self.triton.last_log_lines)}")
 
-    def probe(self, ensemble: str = ENSEMBLE) -> None:
-        """Sends one request for one token through everything; raises when no answer comes."""
+    def probe(self, ensemble: str = ENSEMBLE, version: Version | None = None) -> None:
+        """Sends one request for one token through everything; raises when no answer comes.
+
+        version  that of the ensemble; None: the one that is served
+        """
+        pair = read_pair((version or self.version).repository)
         timeout_s = self.options.probe_timeout_s
         # A little longer than the request's own limit, whose refusal tells more than silence.
         limit_s = timeout_s + _ANSWER_TIME_S
         with Client(self.urls[0], model=ensemble, timeout_s=limit_s) as client:
-            # First in the queue, and out of it when nobody waits for the answer any more.
-            answer = client.generate(_PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=timeout_s)
+            answer = client.generate(
+                input_ids=[pair.options.used_token_id],  # whatever letters a tokenizer lacks
+                max_tokens=1,
+                # First in the queue, and out of it when nobody waits for the answer any more.
+                priority=-1,
+                timeout_s=timeout_s,
+            )
         if answer.finish_reason is None:
             raise ServerError("the answer is empty")
 
