@@ -203,6 +203,20 @@ def test_parts_beside_texts_and_calls() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["m.role + ': ' + m.content", "m.role, ': ', m.content if m.content is string else ''"],
+)
+@pytest.mark.parametrize("text", [" ", "use", "user"])
+def test_a_part_that_says_nothing_new_is_not_lost(written: str, text: str) -> None:
+    """Nor is the rest of the conversation."""
+    source = f"{{% for m in messages %}}{{{{ [{written}] | join }}}}\n{{% endfor %}}"
+    made = ChatTemplate(source, file="x", special_tokens={})
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user"}]
+    expected = f"system: Be brief.\nuser: {text}\n"
+    assert made.render([messages[0], {**messages[1], "content": parts(text)}]) == expected
+
+
 def test_no_parts_at_all_are_no_text() -> None:
     assert render("alpaca", [{"role": "user", "content": []}]) == (
         "### Instruction:\n\n\n### Response:"

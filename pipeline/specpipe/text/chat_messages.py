@@ -7,6 +7,8 @@ template wants a text, transformers would write the list itself into the prompt.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from specpipe.errors import RequestError
 Messages = list[dict[str, Any]]
 
 _EXPECTED = 'messages must be a list such as [{"role": "user", "content": "hi"}]'
+_MARK = "\ue000{}\ue001"  # of characters for private use
+_ANY_MARK = re.compile(_MARK.format("[0-9]+"))
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which clients send the thoughts before an answer; templates read the first two."""
 
@@ -76,11 +80,23 @@ def text_of(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def shows_parts(messages: Messages, prompt: str) -> bool:
-    """Returns whether a prompt has the text of every part, and no part written as an object."""
-    return all(
-        part["text"].strip() in prompt and str(part) not in prompt for part in _parts(messages)
-    )
+def with_marked_parts(messages: Messages) -> Messages:
+    """Returns messages in which the text of each part is a mark, which no other text has."""
+    numbers = itertools.count()
+    return [
+        {**message, "content": [{**part, "text": _MARK.format(next(numbers))} for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def shows_parts(marked: Messages, prompt: str) -> bool:
+    """Returns whether the prompt that a template made of marked parts has the text of every part,
+    and no part written as an object: as such Python writes the characters of a mark otherwise.
+    """
+    marks = {part["text"] for part in _parts(marked)}
+    return marks <= set(_ANY_MARK.findall(prompt)) and ascii(_MARK)[1:7] not in prompt
 
 
 def _parts(messages: Messages) -> Iterator[dict[str, Any]]:

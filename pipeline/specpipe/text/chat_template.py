@@ -15,6 +15,7 @@ from specpipe.text.chat_messages import (
     has_parts,
     shows_parts,
     with_joined_parts,
+    with_marked_parts,
 )
 from specpipe.text.worker import Answer, Worker
 
@@ -83,15 +84,22 @@ class ChatTemplate:
     def _render_parts(
         self, messages: Messages, arguments: ChatArguments, max_bytes: int | None
     ) -> str:
-        if has_parts(messages):
-            try:
-                prompt = self._render(messages, arguments, max_bytes)
-            except RequestError:  # most often of adding a list to a text
-                prompt = ""
-            if shows_parts(messages, prompt):
-                return prompt
+        if has_parts(messages) and not self._shows_parts(messages, arguments, max_bytes):
             messages = with_joined_parts(messages)
         return self._render(messages, arguments, max_bytes)
+
+    def _shows_parts(
+        self, messages: Messages, arguments: ChatArguments, max_bytes: int | None
+    ) -> bool:
+        """Returns whether the template goes through the parts of these messages.
+
+        It is told by marks: a short text may stand in the prompt of another message, too.
+        """
+        marked = with_marked_parts(messages)
+        try:
+            return shows_parts(marked, self._render(marked, arguments, max_bytes))
+        except RequestError:  # most often of adding a list to a text
+            return False
 
     def _render(self, messages: Messages, arguments: ChatArguments, max_bytes: int | None) -> str:
         try:
