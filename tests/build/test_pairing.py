@@ -60,6 +60,17 @@ def test_case_a2_same_size_different_meaning(tmp_path: Path) -> None:
     ]
 
 
+def test_tokens_that_look_alike_are_told_apart(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path)
+    for folder, name in ((draft, "\u00e9"), (target, "e\u0301")):
+        path = folder / "tokenizer.json"
+        path.write_text(path.read_text().replace('"w40"', json.dumps(name)))
+    assert refusal(draft, target) == [
+        "token id 40 is '\u00e9' ('\\xe9') in the draft and 'e\u0301' ('e\\u0301') in the target; "
+        "1 of 250 ids differ"
+    ]
+
+
 def write_with_extra(folder: Path, *texts: str) -> None:
     tokenizer = toy_tokenizers.words()
     tokenizer.add_tokens(list(texts))
@@ -287,6 +298,26 @@ def test_a_broken_chat_template_is_a_note(tmp_path: Path) -> None:
         (folder / "chat_template.jinja").write_text("{% if %}")
     (note,) = check_pair(draft, target).notes
     assert note.startswith("requests with messages will be refused: ")
+
+
+@pytest.mark.parametrize(
+    ("for_tools", "notes"),
+    [
+        ("{% if %}", ["requests with tools will be refused: "]),
+        ("{{ tools[0].function.name }}", []),
+    ],
+)
+def test_a_template_for_tools_is_tried_with_one(
+    tmp_path: Path, for_tools: str, notes: list[str]
+) -> None:
+    draft, target = write_pair(tmp_path)
+    templates = {"default": "{{ messages[0].content }}", "tool_use": for_tools}
+    for folder in (draft, target):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        text = json.dumps({**settings, "chat_template": templates})
+        (folder / "tokenizer_config.json").write_text(text)
+    found = check_pair(draft, target).notes
+    assert [note[: note.index(": ") + 2] for note in found] == notes
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,12 @@ def test_sentencepiece_alone_is_refused_with_the_way_out(tmp_path: Path) -> None
         ("tokenizer_config.json", "{", "cannot be read: "),
         ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "is not as transformers writes it"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": ["<e>", "user"]}',
+            "eos_token is ['<e>', 'user'],",
+        ),
+        ("tokenizer_config.json", '{"eos_token": 2}', "eos_token is 2, expected a token's text"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "is not as transformers writes it"),
         (
             "tokenizer_config.json",

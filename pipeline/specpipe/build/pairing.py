@@ -21,7 +21,7 @@ from specpipe.checkpoints.files import quoted, read_json
 from specpipe.checkpoints.hf_config import context_length, positions, rope, vocab_size
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.parallel_draft import MASK_KEY, ParallelDraft, parallel_draft
-from specpipe.errors import CheckpointError, PairingError
+from specpipe.errors import CheckpointError, PairingError, show
 from specpipe.stage import naming
 from specpipe.text.tokenizer import Tokenizer
 
@@ -159,9 +159,9 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
     if differing:
         first = differing[0]
         yield (
-            f"token id {first} is {quoted(draft.tokens[first])} in the draft and "
-            f"{quoted(target.tokens[first])} in the target; {len(differing)} of {len(shared)} ids "
-            "differ"
+            f"token id {first} is {_spelled(draft.tokens[first])} in the draft and "
+            f"{_spelled(target.tokens[first])} in the target; {len(differing)} of {len(shared)} "
+            "ids differ"
         )
         return
     ids = {text: token_id for token_id, text in target.tokens.items()}
@@ -172,6 +172,11 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
             f"{quoted(text)} is token id {moved[0]} in the draft and {ids[text]} in the target; "
             f"{len(moved)} tokens differ in this"
         )
+
+
+def _spelled(text: str) -> str:
+    """Returns a token's string for a message, so that those that look alike can be told apart."""
+    return quoted(text) if text.isascii() else f"{quoted(text)} ({show(ascii(text))})"
 
 
 def _special_differences(draft: _Side, target: _Side) -> Iterator[str]:
@@ -309,11 +314,13 @@ def _notes(draft: _Side, target: _Side) -> Iterator[str]:
             yield "only the target has a chat template; it is used"
         else:
             yield "the chat templates differ; the target's is used"
-    if target.tokenizer.chat_template is not None:
+    template = target.tokenizer.chat_template
+    for what, checked in (("messages", template), ("tools", template and template.with_tools)):
         try:
-            target.tokenizer.chat_template.check()
+            if checked is not None:
+                checked.check(has_tools=what == "tools")
         except CheckpointError as exc:
-            yield f"requests with messages will be refused: {exc}"
+            yield f"requests with {what} will be refused: {exc}"
 
 
 def _listed(side: _Side, token_ids: Collection[int]) -> str:

@@ -22,6 +22,18 @@ from specpipe.text.worker import Answer, Worker
 _MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
 _PLAIN = [{"role": "user", "content": "Hello"}]
 _DEFAULTS = ChatArguments()
+_WITH_TOOL = ChatArguments(
+    tools=[
+        {
+            "type": "function",
+            "function": {
+                "name": "greet",
+                "description": "Greets.",
+                "parameters": {"type": "object", "properties": {"name": {"type": "string"}}},
+            },
+        }
+    ]
+)
 
 
 class ChatTemplate:
@@ -124,9 +136,12 @@ class ChatTemplate:
             }
         )
 
-    def check(self) -> None:
-        """Raises CheckpointError when the template does not compile or render a plain question."""
-        answer = self._ask(_PLAIN)
+    def check(self, *, has_tools: bool = False) -> None:
+        """Raises CheckpointError when the template does not compile or render a plain question.
+
+        has_tools  whether one comes with the question
+        """
+        answer = self._ask(_PLAIN, _WITH_TOOL if has_tools else _DEFAULTS)
         if answer.result is None:
             raise CheckpointError(f"{self._file}: {_fault(answer, 'a plain question')}")
 

@@ -91,6 +91,11 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
     limits.check("max_vocab_size", num_tokens, f"{declaring} has {num_tokens} tokens")
     with _naming_faults(declaring):
         _add_tokens(backend, declaring, declared, special)
+    if not isinstance(named_end := settings.get("eos_token") or "", str | Mapping):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: eos_token is {quoted(named_end)}, expected a "
+            "token's text; several ids that end a text are eos_token_id in generation_config.json"
+        )
     if "eos_token" in named and backend.token_to_id(named["eos_token"]) is None:
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'}: eos_token is {quoted(named['eos_token'])}, which "
