@@ -157,12 +157,19 @@ def test_a_crashed_loop_fails_its_requests_and_the_server_comes_back(
 
 
 @pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> Iterator[Launcher]:
-    """A launcher with the patience that it has by default, whose server every test breaks."""
+def patient(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> Iterator[Launcher]:
+    """A launcher with the patience that it has by default."""
     folder = write_echo_repository(tmp_path_factory.mktemp("lasting") / "model_repo")
     started = Launcher(folder, wait_until)
     yield started
     started.end()
+
+
+@pytest.fixture
+def lasting(patient: Launcher, wait_until: WaitUntil) -> Launcher:
+    """The one whose server every test breaks, once it is mended after the test before."""
+    assert wait_until(lambda: answers(patient.url)), patient.log
+    return patient
 
 
 PROCESSES = ("preprocessing", "speculative", "postprocessing", "tritonserver")
@@ -173,8 +180,10 @@ def break_and_watch(lasting: Launcher, name: str, number: signal.Signals) -> Non
     """What befalls a process is noticed by its state, before a probe's time is over, and mended."""
     before, triton, pid = len(lasting.lines), lasting.triton(), lasting.pid(name)
     os.kill(pid, number)
-    reason = lasting.reason(num_lines=before)
-    assert reason == f"{name} (pid {pid}) {BEFALLS[number]}"
+    reasons = [f"{name} (pid {pid}) {BEFALLS[number]}"]
+    if number == signal.SIGKILL:  # of which Triton 2.51 itself has died, too, once in some hundred
+        reasons.append(f"tritonserver (pid {triton}) died")
+    assert lasting.reason(num_lines=before) in reasons
     assert lasting.answers_again(num_lines=before)
     assert lasting.triton() != triton
     assert not Path(f"/proc/{triton}").exists()
