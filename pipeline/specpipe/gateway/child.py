@@ -66,6 +66,7 @@ class GatewayChild:
         secret    that of the server (secret.py)
         """
         self._settings = settings.model_copy(update={"listener": listener.fileno()})
+        self._probe_id = read_pair(settings.repository).options.used_token_id
         self._listener, self._log, self._is_interrupted = listener, log, is_interrupted
         self.url = url_of(listener)
         self._secret, self._probe_key = secret, secrets.token_hex(32)
@@ -114,8 +115,7 @@ class GatewayChild:
 
     def _ask_model(self) -> None:
         """Sends one request for one token; raises ServerError where no answer comes."""
-        token_id = read_pair(self._settings.repository).options.used_token_id
-        body = {"model": self._settings.names[0], "prompt": [token_id], "max_tokens": 1}
+        body = {"model": self._settings.names[0], "prompt": [self._probe_id], "max_tokens": 1}
         headers = {"Authorization": f"Bearer {self._probe_key}"}
         url = f"{self.url}/v1/completions"
         with asked(url, body, headers, server=self.url, timeout_s=_PROBE_TIME_S) as response:

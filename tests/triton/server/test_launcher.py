@@ -181,7 +181,7 @@ def break_and_watch(lasting: Launcher, name: str, number: signal.Signals) -> Non
     before, triton, pid = len(lasting.lines), lasting.triton(), lasting.pid(name)
     os.kill(pid, number)
     reasons = [f"{name} (pid {pid}) {BEFALLS[number]}"]
-    if number == signal.SIGKILL:  # of which Triton 2.51 itself has died, too, once in some hundred
+    if number == signal.SIGKILL:  # Triton 2.51 itself has died beside a killed model, seen once
         reasons.append(f"tritonserver (pid {triton}) died")
     assert lasting.reason(num_lines=before) in reasons
     assert lasting.answers_again(num_lines=before)

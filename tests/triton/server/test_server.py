@@ -41,3 +41,12 @@ def test_a_server_is_ready_whatever_words_its_tokenizer_lacks(
         write_words(tokenizer)
     with server.running(folder) as running:
         assert running.version.repository == folder
+
+
+def test_a_server_answers_probes_whatever_becomes_of_its_files(
+    echo_repository: Callable[..., Path],
+) -> None:
+    folder = echo_repository()
+    with server.running(folder) as running:
+        (folder / "speculative" / "1" / "pair.json").unlink()
+        running.probe()

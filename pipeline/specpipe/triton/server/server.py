@@ -79,6 +79,7 @@ class Server:
         self._workspace: Workspace | None = None
         self._admin_key = _admin_key(os.environ)
         self._num_steps: float | None = None
+        self._probe_ids: dict[Version, int] = {}
         self.secret = secret_of_start(os.environ)
         """What `speculative` takes requests by; see secret.py."""
 
@@ -108,6 +109,7 @@ class Server:
         """Starts Triton and waits until it answers; raises ServerError with the reason."""
         check_ports(self.options)
         self._num_steps = None
+        self._probe_ids.clear()
         with deferred():
             workspace = self._workspace = Workspace(self._binary)
         served_models.write(workspace.repository, self.version)
@@ -145,13 +147,15 @@ class Server:
 
         version  that of the ensemble; None: the one that is served
         """
-        pair = read_pair((version or self.version).repository)
+        version = version or self.version
+        if version not in self._probe_ids:  # a build may replace what is served meanwhile
+            self._probe_ids[version] = read_pair(version.repository).options.used_token_id
         timeout_s = self.options.probe_timeout_s
         # A little longer than the request's own limit, whose refusal tells more than silence.
         limit_s = timeout_s + _ANSWER_TIME_S
         with Client(self.urls[0], model=ensemble, timeout_s=limit_s) as client:
             answer = client.generate(
-                input_ids=[pair.options.used_token_id],  # whatever letters a tokenizer lacks
+                input_ids=[self._probe_ids[version]],  # whatever letters a tokenizer lacks
                 max_tokens=1,
                 # First in the queue, and out of it when nobody waits for the answer any more.
                 priority=-1,
